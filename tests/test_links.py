@@ -128,6 +128,7 @@ def test_a_cell_that_imports_and_does_little_more_is_folded(more, folded):
     'source, removed',
     [
         ("pipeline('espo')", True),
+        ("#| code-fold: true\nx = 1\npredict('?', ['a'], 0)", True),
         ('#| code-fold: true\ndrawings.loop_shapes(batch)', True),
         ('playground(\n    play,\n    k=3,\n)', True),
         ('#| code-fold: true\nk = 3\nplayground(play, k=k)', False),

@@ -73,6 +73,10 @@ ASKED = {
     'my reward does not go up': 'loop',
     'OOM': 'model/log_probs',
     'git clone': 'index',
+    'baselines': 'algo/policy_gradient',
+    'beta': 'algo/ratios',
+    'off policy': 'runs/ahead',
+    'save checkpoint': 'launch/background',
 }
 
 # words that are still being typed
@@ -92,9 +96,15 @@ SLIPS = {
     'schedulling': 'scheduling',
     'generatve reward modle': 'generative reward model',
     'importence sampling': 'importance sampling',
+    'dynamic samling': 'dynamic sampling',
+    'Bradly-Terry': 'bradley-Terry',
+    'confidance interval': 'confidence interval',
+    'num_generations': 'num_generations',
     'what does it do with your rewards': 'what does it do with your rewards',
     'humaneval': 'humaneval',
 }
+NUMBERS = dict(baseline='baselines', policy='policies', loss='losses', probe='probes')
+NUMBERS |= dict(response='responses', temperature='temperatures', group='groups', batch='batches')
 WHY = 'why is my loss zero', 'why is my loss 0|', 'should I divide by the std'
 WORDS = 'silent group', 'k3', 'stale', 'RL-ZVP', 'pass@k'
 
@@ -142,6 +152,11 @@ def test_a_section_says_how_it_begins_without_marks(found):
     assert not [
         t for t in says if len(t) > 155 or any(mark in t for mark in ('`', '**', '](', '<', '$$'))
     ]
+
+
+@pytest.mark.parametrize('one, many', NUMBERS.items())
+def test_one_and_many_find_the_same(one, many):
+    assert tokens(one) == tokens(many)
 
 
 def test_a_slip_of_the_keyboard_is_read_as_the_word_it_resembles(found):

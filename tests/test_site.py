@@ -534,7 +534,13 @@ def test_a_section_for_the_careful_opens_by_a_link_and_a_figure_stands_above_its
         .map(c => [...c.children].map(x => x.getBoundingClientRect().top))
         .map(([code, figure]) => code > figure)"""
     found = page.evaluate(below)
-    assert len(found) > 5 and all(found)
+    assert len(found) > 3 and all(found)
+    for anchor, opens in dict(labs=True, **{'how-a-lesson-is-built': False}).items():
+        page.goto('about:blank')
+        page.goto(f'{address}lesson.html#{anchor}')  # a section that is little more than a fold
+        page.wait_for_load_state()
+        fold = page.locator(f'#{anchor} details').first
+        assert (fold.get_attribute('open') is not None) == opens, anchor
     page.close()
 
 
@@ -700,6 +706,31 @@ def test_every_page_searches_while_one_types(address, browser, width):
     page.close()
 
 
+def test_a_state_of_the_map_of_the_paper_shows_its_chapters_alone(address, browser):
+    page = watched(browser, address, pytest.fail)
+    page.goto(f'{address}paper_map.html')
+    folds, rows = page.locator('.paper-chapter'), page.locator('.paper-chapter tbody tr')
+
+    def shown(found):
+        return found.evaluate_all('all => all.filter(e => e.checkVisibility()).length')
+
+    heads = page.locator('.paper-chapter > summary')
+    chapters, said = folds.count(), heads.all_inner_texts()
+    assert (shown(folds), shown(rows)) == (chapters, 0)
+    chosen = page.locator('.paper-choice label', has_text='absent')
+    chosen.click()
+    absent = int(chosen.inner_text().split()[-1])
+    assert shown(rows) == absent == page.locator('.paper-chapter tr.absent').count() > 0
+    assert 0 < shown(folds) <= absent and shown(folds) < chapters, 'no empty chapter'
+    seen = [h.inner_text() for h in heads.all() if h.is_visible()]
+    assert all(h.endswith(' absent') for h in seen) and len(seen) == shown(folds)
+    page.evaluate('location.hash = "espo"')  # hidden so far
+    page.locator('#espo h2').wait_for()
+    assert shown(folds) == chapters and heads.all_inner_texts() == said
+    assert shown(rows) == page.locator('#espo tr:is(.here, .in-part, .absent)').count() > 0
+    page.close()
+
+
 @pytest.mark.parametrize('width', [1280, 390])
 def test_a_word_is_found_while_one_types(address, browser, width):
     "By its name here or elsewhere; a link to a word shows it; without the script all rows show"
@@ -724,7 +755,7 @@ def test_a_word_is_found_while_one_types(address, browser, width):
     page.keyboard.type('manifest')  # in a fold
     assert page.locator('#word-manifest').is_visible()
     page.keyboard.type(' xyzzy')
-    assert status.inner_text().strip() == f'0 of {words} words'
+    assert status.inner_text().strip().startswith(f'0 of {words} words. Try the search (Ctrl + K)')
     page.evaluate('location.hash = "word-broker"')
     page.locator('#word-broker').wait_for()
     assert field.input_value() == '' and page.locator('#word-manifest').is_visible()

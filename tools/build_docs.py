@@ -218,13 +218,16 @@ def coloured(text):
     return text
 
 
+QUESTION = 'The code of the question'  # no fold: it holds the answer
+
+
 def title_of(cell):
     "What stands on the fold of a cell that does not say it itself"
     source = cell.source
     if source.startswith('# Solution'):
         return 'Solution'
     if re.search(r'^predict\(', source, re.M):
-        return 'The code of the question'
+        return QUESTION
     if any(k.startswith('image/') for o in cell.outputs for k in o.get('data', {})):
         return 'The code of the figure'
     names = list(dict.fromkeys(re.findall(r'^(?:def|class) (?!_)(\w+)', source, re.M)))
@@ -316,7 +319,7 @@ def prepare(nb, here, folder, names, pages):
                 tags = tags - both | {'hide-cell'}  # one fold, not two of one name
             if tags == {'hide-input'} and c.source.startswith('# Solution'):
                 tags = {'hide-cell'}  # what it prints would tell
-            if only_draws(c.source):
+            if only_draws(c.source) or title_of(c) == QUESTION:
                 tags = tags - {'hide-input'} | {'remove-input'}
             if not tags and not c.outputs and sets_up(c.source):
                 tags, opts = {'hide-input'}, {'code-summary': 'Imports'} | opts

@@ -25,16 +25,25 @@ STOP = set(
 )
 
 
+FORMS = Counter()  # whole words that were read
+
+
 def stem(word):
-    "docs/_static/search.js has the same"
-    return re.sub(r'(ings?|ed|es|s|ly)$', '', word) if len(word) > 4 else word
+    "Singular and plural are one, and so are the forms of a verb; search.js has the same"
+    if len(word) < 5:
+        return word
+    word = re.sub(r'ies$', 'y', re.sub(r'(ss|x|ch|sh)es$', r'\1', word))
+    word = re.sub(r'(ings?|ed|ly|(?<!s)s)$', '', word)
+    return re.sub(r'e$', '', word) if len(word) > 5 else word
 
 
 def tokens(text):
     "Stems of the words of a text, and of the parts of `names_with_lines`"
     found = re.findall(r'[a-z0-9_]+', text.lower().replace('-', ' '))
     parts = [p for w in found if '_' in w for p in w.split('_')]
-    return [stem(w) for w in [*found, *parts] if w and w not in STOP]
+    found = [w for w in [*found, *parts] if w and w not in STOP]
+    FORMS.update(found)
+    return [*map(stem, found)]
 
 
 def plain(text):
@@ -168,4 +177,5 @@ def search_index(course, nbs, titles, names):
             index.section(api, anchor, name).update({t: 4 for t in set(tokens(name))})
     data = dict(pages=index.pages, sections=index.sections, words=index.postings())
     data['stop'] = sorted(STOP)  # what is left out on purpose is no slip of the keyboard
+    data['whole'] = sorted(w for w in FORMS if w.isalpha() and stem(w) in data['words'])
     return f'globalThis.SITE = {json.dumps(data, separators=(",", ":"))}\n'

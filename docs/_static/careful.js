@@ -11,13 +11,17 @@ for (const section of document.querySelectorAll('section[id^="for-the-careful"]'
   section.append(fold);
 }
 
+// What a link leads to is seen: the folds around it are opened, and the first one of a section that
+// holds little more than a fold
 function openTarget() {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  const fold = target?.closest('details.careful') || target?.querySelector(':scope > details.careful');
-  if (fold && !fold.open) {
-    fold.open = true;
-    target.scrollIntoView();
-  }
+  if (!target) return;
+  const folds = [];
+  for (let e = target.closest('details'); e; e = e.parentElement.closest('details')) folds.push(e);
+  if (target.matches('section') && target.innerText.length < 250) folds.push(target.querySelector('details'));
+  const closed = folds.filter(fold => fold && !fold.open);
+  for (const fold of closed) fold.open = true;
+  if (closed.length) target.scrollIntoView();
 }
 
 addEventListener('hashchange', openTarget);
@@ -87,11 +91,17 @@ if (matchMedia('(max-width: 600px)').matches) {
     box.tabIndex = 0;
     box.scrollLeft = map.dataset.at * map.getBoundingClientRect().width - box.clientWidth / 3;
   }
-  for (const box of document.querySelectorAll('.pst-scrollable-table-container')) {
-    if (box.scrollWidth > box.clientWidth + 4) box.classList.add('wide');
-  }
+  const markTables = () => {
+    for (const box of document.querySelectorAll('.pst-scrollable-table-container')) {
+      if (box.scrollWidth > box.clientWidth + 4) box.classList.add('wide');
+    }
+  };
+  markTables();
+  addEventListener('load', () => (globalThis.MathJax?.startup?.promise ?? Promise.resolve()).then(markTables)); // formulas widen them
   for (const text of document.querySelectorAll('.bd-article .cell_output pre')) {
     if (!text.textContent.trim().includes('\n')) text.style.whiteSpace = 'pre-wrap'; // a line is no table
+    else if (text.scrollWidth > text.clientWidth) text.classList.add('small');
+    if (text.scrollWidth > text.clientWidth + 4) text.parentElement.classList.add('wide');
   }
   for (const figure of document.querySelectorAll('.bd-article .cell_output > img')) {
     if (figure.complete) roomy(figure); else figure.addEventListener('load', () => roomy(figure));

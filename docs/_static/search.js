@@ -1,6 +1,7 @@
 /* The search: adds up the weights of the words of a query, section by section. What it knows,
    search_data.js (tools/search_index.py), is loaded when somebody begins to type. */
-const stem = w => w.length > 4 ? w.replace(/(ings?|ed|es|s|ly)$/, '') : w
+const ends = w => w.replace(/(ss|x|ch|sh)es$/, '$1').replace(/ies$/, 'y').replace(/(ings?|ed|ly|(?<!s)s)$/, '')
+const stem = w => w.length < 5 ? w : ends(w).length > 5 ? ends(w).replace(/e$/, '') : ends(w)
 
 function tokens(text) {
   const found = text.toLowerCase().replaceAll('-', ' ').match(/[a-z0-9_]+/g) ?? []
@@ -37,24 +38,25 @@ function apart(a, b, most) {
   return row[b.length]
 }
 
-// The query with each unknown word as the known one that it resembles most, of equals the one in more sections
+// The query with each unknown word as the known one that it resembles most: with the same first letter if there is
+// one, of equals the one in more sections. Names with lines are left alone
 function mend(query, site = globalThis.SITE) {
-  return query.replace(/[A-Za-z0-9]{4,}/g, typed => {
-    const word = typed.toLowerCase(), asked = stem(word), most = asked.length < 8 ? 1 : 2
-    const known = Object.keys(site.words)
-    if (site.stop.includes(word) || known.some(t => t === asked || t.startsWith(word))) return typed
-    let best = '', least = most + 1
-    for (const t of known.filter(t => /^[a-z]{4,}$/.test(t))) {
-      const far = apart(asked, t, most)
-      if (far < least || far === least && best && site.words[t].length > site.words[best].length) [best, least] = [t, far]
+  return query.replace(/(?<![A-Za-z0-9_])[A-Za-z0-9]{4,}(?![A-Za-z0-9_])/g, typed => {
+    const word = typed.toLowerCase(), most = word.length < 8 ? 1 : 2
+    if (site.stop.includes(word) || Object.keys(site.words).some(t => t === stem(word) || t.startsWith(word))) return typed
+    let best = '', least = Infinity
+    for (const w of site.whole) {
+      const far = apart(word, w, most), worth = far + 0.5 * (w[0] !== word[0]) - 1e-5 * site.words[stem(w)].length
+      if (w.length > 3 && far <= most && worth < least) [best, least] = [w, worth]
     }
-    return best ? best + word.slice(asked.length) : typed
+    return best || typed
   })
 }
 
 // Pages in order, each with its best sections
 function find(query, site = globalThis.SITE, typing = false) {
   const done = typing ? query.replace(/[A-Za-z0-9_]{2,}$/, '') : query // one letter is no word that begins
+  const said = tokens(query)
   const asked = tokens(done).filter(t => Object.hasOwn(site.words, t))
   const lists = asked.map(t => site.words[t])
   if (done !== query) lists.push(begun(query, site))
@@ -76,7 +78,7 @@ function find(query, site = globalThis.SITE, typing = false) {
     page.sections.sort((a, b) => b.value - a.value)
     const [best, ...rest] = page.sections.map(s => s.value)
     const named = tokens(page.title).filter(t => Object.hasOwn(site.words, t))
-    const whole = page.boost > 0.6 && named.length && named.every(t => asked.includes(t)) ? 1.5 : 1  // its title is asked for
+    const whole = page.boost > 0.6 && named.length && named.every(t => said.includes(t)) ? 1.5 : 1  // its title is asked for
     const asks = /^(why|how|what|which|should)\b/i.test(query) && page.url === 'questions.html' ? 1.5 : 1
     page.value = asks * whole * page.boost * (best + 0.25 * (rest[0] ?? 0) + 0.1 * (rest[1] ?? 0))
   }
@@ -106,7 +108,8 @@ function show(asked, list, root, { most = 20, each = 3, typing = false } = {}) {
   }))
   if (list.children.length && query !== asked)
     list.prepend(Object.assign(document.createElement('li'), { textContent: `Nothing here has the words “${asked.trim()}”. Found for “${query.trim()}”:` }))
-  if (!list.children.length && query.trim()) list.textContent = 'Nothing found. Try other words, or the questions.'
+  if (!list.children.length && query.trim())
+    list.append('Nothing found. Try other words, the ', line('questions.html', 'questions'), ' or the ', line('words.html', 'words'), '.')
 }
 
 // Every field of the site answers while one types; the arrow keys go through what is found
@@ -121,6 +124,7 @@ function live(input, list, root, data, options) {
   input.addEventListener('input', answer)
   input.closest('form').parentElement.addEventListener('keydown', e => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[e.key]
+    if (e.key === 'Escape') input.closest('dialog')?.close() // wherever the focus is
     if (e.key.length === 1 && !e.ctrlKey && !e.metaKey && list.contains(document.activeElement)) input.focus() // typing goes on
     if (!step) return
     const stops = [input, ...list.querySelectorAll('a')], at = stops.indexOf(document.activeElement)
