@@ -961,9 +961,7 @@ def test_mismatch_lab_follows_mouse_and_keyboard(browser, tmp_path):
         if opened.text('.said').startswith(f'Right, {fault}: '):
             break
         assert opened.text('.said').startswith(f'Not "{fault}": then ')
-    assert float(opened.text('td.f2')) == hot.count() == 0  # all is sound again
-    pressed = page.locator('[aria-pressed="true"]').all_inner_texts()
-    assert pressed == ['FP32', 'live', 'truncate']
+    shows_run(opened, world, HIDDEN[fault] | dict(tis='truncate'))
     opened.fits()
 
 
@@ -975,6 +973,23 @@ HIDDEN = {
     'routes one late': dict(routes='late'),
     'no fault': {},
 }
+
+
+def shows_run(opened, world, change):
+    "Numbers, controls and orange dots are those of a run with a fault"
+    sound = dict(format='bf16', routes='replayed', temperature=1, raw=False, stale=0, tis='off')
+    run = sound | change
+    mismatch_shows(opened, world | run | dict(cap=2))
+    said = [dict(bf16='BF16', e4m3='e4m3')[run['format']]]
+    said += ['reports without temperature'] * run['raw']
+    said += [dict(live='live', replayed='replayed (R3)', late='one late')[run['routes']]]
+    said += [run['tis']]
+    assert opened.page.locator('[aria-pressed="true"]').all_inner_texts() == said
+    for name, key in (('temperature', 'temperature'), ('steps behind', 'stale')):
+        value = opened.page.get_by_label(name, exact=True).input_value()
+        assert float(value) == run[key]
+    orange = opened.page.locator('.dot.other').count()
+    assert (orange > 0) == (run['routes'] != 'replayed')
 
 
 def test_a_hidden_fault_is_seen_in_the_numbers_and_named(browser, tmp_path):
@@ -996,7 +1011,9 @@ def test_a_hidden_fault_is_seen_in_the_numbers_and_named(browser, tmp_path):
             mismatch_shows(opened, run | change)
         page.get_by_role('button', name=fault).press('Enter')
         assert opened.text('.said').startswith(f'Right, {fault}: then ')
-        mismatch_shows(opened, still | dict(format='fp32', routes='live'))
+        shows_run(opened, world, change)
+    page.get_by_role('button', name='FP32').click()  # the reader goes on from there
+    mismatch_shows(opened, run | dict(format='fp32'))
 
 
 # ---- FP8 ruler
@@ -1799,12 +1816,20 @@ def test_the_clinic_names_what_was_open(browser, tmp_path):
         for name in opened.page.locator('[aria-label="diagnosis"] button:visible').all():
             if not opened.text('.said').startswith('Right.'):
                 name.click()
+                said = opened.text('.said')
+                assert re.match(
+                    r'Right\. |No \(cost 3\)\. (With “.*” the curve “.*” would be (far above|'
+                    r'far below|near) the band in its (first step|last five steps)\.$|'
+                    r'What you have opened does not rule it out, )',
+                    said,
+                ), said
         said = opened.text('.said')
         told = re.search(
             r'(On your curves|What gives it away): (mean reward|held-out exam) is', said
         )
         plainer = 'The surest sign was not open: ' in said or 'Even its furthest curve' in said
         assert told or plainer, said
+    assert 'Read on: the lesson.' in opened.text('.said')
     assert opened.text('.said').endswith('That was the last patient of this round.')
 
 

@@ -124,7 +124,7 @@ export const DIAGNOSES = {
     'loop.ipynb#steps-without-a-signal'],
   'fooled verifier': ['the verifier can be fooled', 'The verifier also pays each response with a letter twice in a row, right or wrong',
     'judges/verifiers.ipynb#what-an-outcome-means'],
-  'cut off': ['responses are cut off', 'The longest answers do not fit into the tokens that a response may have',
+  'cut off': ['responses are cut off', 'An answer of three letters fits, the token that ends it does not: the verifier still pays, and the policy is not taught to stop',
     'loop.ipynb#why-isnt-my-reward-rising'],
   'too hard': ['prompts are too hard', 'Nearly no response is right, so nearly all groups are silent',
     'algo/zero_variance.ipynb#groups-that-agree-teach-nothing'],
@@ -162,6 +162,7 @@ const LOOKS = `
 .lab .bench a { color: var(--ink); text-decoration: underline; }
 `
 const FIRST_LAST = ['in its first step', 'in its last five steps']
+const PLACE = { '-1': 'far below', 0: 'near', 1: 'far above' } // the band, by `sick`
 const range = ({ low, high }) => low === high ? shown(low) : `${shown(low)} to ${shown(high)}`
 const span = ({ low, high }) => low === high ? shown(low, 2) : `${shown(low, 2)} to ${shown(high, 2)}`
 const named = keys => keys.map(k => CURVES[k][0]).join(', ')
@@ -169,6 +170,12 @@ const named = keys => keys.map(k => CURVES[k][0]).join(', ')
 // What a curve says at one of its ends
 const fact = ({ key, i, value, ...end }) =>
   `${CURVES[key][0]} is ${shown(value)} ${FIRST_LAST[i]}, healthy runs have ${range(end)}`
+
+// Where another fault would put a curve, at the first end where it differs from this one
+function place(one, other, key) {
+  const i = one[key].findIndex((end, i) => end.sick !== other[key][i].sick)
+  return `${PLACE[other[key][i].sick]} the band ${FIRST_LAST[i]}`
+}
 
 // The patient's curve over what the healthy runs span, with the numbers in words
 function chart(key, curve, healthy, two) {
@@ -262,8 +269,8 @@ function render({ el }) {
     wrong++
     const against = opened.find(k => !alike(all[is], all[name], k))
     line.textContent = `No (cost ${WRONG}). ` + (against
-      ? `With “${DIAGNOSES[name][0]}” the curve “${CURVES[against][0]}” looks different.`
-      : 'It fits what you have opened, as others do: open another curve.')
+      ? `With “${DIAGNOSES[name][0]}” the curve “${CURVES[against][0]}” would be ${place(all[is], all[name], against)}.`
+      : 'What you have opened does not rule it out, and does not settle it: open another curve.')
     score()
   }
 
@@ -280,13 +287,13 @@ function render({ el }) {
     const [, what, lesson] = DIAGNOSES[is]
     const also = fits.filter(n => n !== is).map(n => DIAGNOSES[n][0]), best = least(is)
     const said = `Right. ${what}. ${signs(is)}`
-      + (also.length ? `By your curves it could also have been: ${also.join(', ')}. ` : '')
+      + (also.length ? `Your curves alone do not rule out: ${also.join(', ')}. ` : '')
       + (best.length ? `Enough would have been: ${named(best)}. `
         : 'The two curves from the start were enough: no other fault changes both in this way. ')
     done = 1
     Object.values(guess).forEach(b => { b.disabled = true })
     guess[is].setAttribute('aria-pressed', 'true')
-    line.replaceChildren(said, h('a', { href: address(lesson, location.pathname) }, 'The lesson'), '.')
+    line.replaceChildren(said, 'Read on: ', h('a', { href: address(lesson, location.pathname) }, 'the lesson'), '.')
     score()
     spent += now()
     opened = [...GIVEN]
@@ -303,7 +310,7 @@ function render({ el }) {
     row('Curves', Object.values(open)), charts,
     row('Diagnosis', Object.values(guess), 'margin-top:.9rem'), line,
     h('div', { class: 'knobs', style: 'margin:.6rem 0 0' }, next, button('Start again', start)),
-    h('p', { class: 'quiet' }, 'Orange: the patient. Band: five healthy runs.'))
+    h('p', { class: 'quiet' }, 'Orange: the patient. Band: five healthy runs. Far from the band: farther outside than it is wide.'))
 }
 
 export default { render }

@@ -98,7 +98,8 @@ const LOOKS = `
 .lab[data-plays] .bars { height: 77px; }
 .lab[data-plays] .chips { height: 37px; min-height: 0; overflow: hidden; }
 @media (max-width: 500px) {
-  .lab[data-plays] .chips { display: none; }
+  .lab[data-plays] .chips { height: 19px; }
+  .lab[data-plays] .chips i { display: none; }
   .lab[data-plays] .bars { height: 51px; }
   .lab[data-plays] .knobs { gap: .25rem .4rem; }
   .lab[data-plays] .knobs button { padding: .1rem .35rem; min-height: 1.6rem; }
@@ -222,19 +223,19 @@ function render({ el, model }) {
   const size = slider('group', { min: 2, max: 32, step: 1, value: 16 }, x => { settings.size = x })
   const lr = slider('learning rate', { min: 0.5, max: 20, step: 0.5, value: settings.lr },
     x => { settings.lr = x })
-  const presets = FORMULAS.map(text => button(text, () => { input.value = text; stop(); draw() }))
+  const presets = FORMULAS.slice(0, first ? 3 : 4).map(text => button(text, () => { input.value = text; stop(); draw() }))
   reset()
   const knobs = [h('div', { class: 'knobs' }, tasks.row),
     h('div', { class: 'knobs' }, h('label', {}, 'advantage =', input), ...presets, fault),
     h('div', { class: 'knobs' }, size.box, lr.box),
     h('div', { class: 'knobs' }, button('Step', () => { stop(); once() }),
       button('Run 20', () => several()), button('Start again', reset))]
-  const views = [h('div', {}, first ? 'The 64 responses, right ones in colour'
+  const views = [h('div', {}, first ? 'The 64 responses: height is probability, right ones in colour'
     : 'The probability of each of the 64 responses, 000 to 333; right ones in colour; dotted: 1/64'),
     bars, ...(first ? [] : [h('p', { class: 'quiet' }, GROUP)]), chips,
-    h('div', { class: losing ? 'pair' : 'pair one' }, reward, ...(losing ? [loss] : [])), line]
-  show(el, 'GRPO lab', h('style', {}, LOOKS), ...(first ? [...views, ...knobs.reverse()]
-    : [...knobs, ...views]))
+    h('div', { class: losing ? 'pair' : 'pair one' }, reward, ...(losing ? [loss] : []))]
+  show(el, 'GRPO lab', h('style', {}, LOOKS), ...(first ? [...views, line, ...knobs.reverse()]
+    : [...knobs, line, ...views]))
 
   // There it plays once, when it is seen, until somebody touches it
   if (!first || matchMedia('(prefers-reduced-motion: reduce)').matches) return

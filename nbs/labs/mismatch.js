@@ -208,15 +208,16 @@ function render({ el }) {
       line.textContent = `Not "${name}": ${SIGNS[name]}. Try another.`
       return
     }
-    line.textContent = `Right, ${hidden}: ${SIGNS[hidden]}.`
+    line.textContent = `Right, ${hidden}: ${SIGNS[hidden]}. The controls now show this run.`
+    Object.assign(settings, RUN, FAULTS[hidden]) // what was guessed stays in view
     hidden = null
     knobs.hidden = false
     guesses.hidden = true
-    format.press('fp32')
-    sent.press('live')
-    heat.set(1)
-    stale.set(0)
-    raw.setAttribute('aria-pressed', 'false')
+    format.press(settings.format)
+    sent.press(settings.routes)
+    heat.set(settings.temperature)
+    stale.set(settings.stale)
+    raw.setAttribute('aria-pressed', String(settings.raw))
     draw()
   }
 
@@ -228,8 +229,7 @@ function render({ el }) {
     guesses, line,
     h('p', { class: 'quiet' }, 'A dot is a token of a context, larger if it is likelier. Orange: '
       + 'training used other experts than the rollout. Dots below −8 are drawn on the border. '
-      + 'While a fault is hidden no dot is orange. "Router agrees with the list": the share of contexts in which '
-      + 'the router of training would choose the recorded experts by itself; replay overrules it and does not change it.'))
+      + 'While a fault is hidden no dot is orange.'))
 }
 
 export default { render }

@@ -28,8 +28,8 @@ export const examAt = (step, exams = run.exams) => exams.filter(e => e.step <= s
 // ---- the lab
 
 const LOOKS = `
-.lab .exam { fill: none; stroke: var(--hot); stroke-width: 2; }
-.lab .dot { fill: var(--hot); }
+.lab .exam { fill: none; stroke: var(--ink); stroke-width: 2; }
+.lab .dot { fill: var(--ink); }
 .lab .train { fill: var(--cool); opacity: .45; }
 .lab .axis { stroke: var(--line); stroke-width: 1; }
 .lab .kept { stroke: var(--ink); stroke-width: 3; }
@@ -88,7 +88,8 @@ function render({ el }) {
     ready: () => `A policy after its cold start: ${percent(run.exams[0].right)} of the held-out answers are right. Start the run.`,
     runs: () => `Step ${state.at} of ${run.steps}.`,
     stopped: () => `Stopped: step ${state.at} was finished and saved. Nothing is lost.`,
-    killed: () => `Killed at step ${state.at}. The newest checkpoint is step ${state.saved}: ${state.at - state.saved} steps are lost (grey).`,
+    killed: () => `Killed at step ${state.at}. The newest checkpoint is step ${state.saved}: `
+      + (state.at > state.saved ? `${state.at - state.saved} steps are lost (grey).` : 'nothing is lost.'),
     finished: () => `Finished: ${percent(run.exams.at(-1).right)} of the held-out answers are right. `
       + (state.again ? `${state.again} steps were done twice, and it ends where it would have ended without that.`
         : 'Start over, and try to make it end elsewhere.'),
@@ -138,9 +139,9 @@ function render({ el }) {
   })
   show(el, 'Run lab', h('style', {}, LOOKS), h('div', { class: 'knobs' }, start, stop, kill, over), shell, picture,
     line, h('div', { class: 'knobs' }, look.box), table,
-    h('p', { class: 'quiet' }, 'Orange: right answers to held-out problems. Teal: right answers in training, a dot a step. '
-      + 'Training prefers lengths of prompts that are neither always right nor always wrong, so this share need not rise. '
-      + 'Black marks on the axis: checkpoints. ● right, ○ wrong. Each step takes as long as it took when the run was recorded; '
+    h('p', { class: 'quiet' }, 'Curve: right answers to held-out problems. Teal: right answers in training, a dot a step. '
+      + 'Training asks more often for sums of those lengths that are solved sometimes, so this share need not rise. '
+      + 'Thick marks on the axis: checkpoints. ● right, ○ wrong. Each step takes as long as it took when the run was recorded; '
       + 'the cold start and the evaluations are left out.'))
   draw() // once there is a width
 }

@@ -132,7 +132,7 @@ function render({ el }) {
   show(el, 'Scheduler lab', h('style', {}, LOOKS), h('div', { class: 'knobs' }, kind.row),
     h('div', { class: 'knobs' }, slots.box, spread.box, noise.box, again, only),
     h('div', { class: 'knobs' }, start, clock.box), picture, line,
-    h('p', { class: 'quiet' }, 'A row is a slot, a bar a response; the two longest are orange. Black: now. '
+    h('p', { class: 'quiet' }, 'A row is a slot, a bar a response; the two longest are orange. Solid: now. '
       + 'Dashed: the even share or the longest response, whichever is later. Grey: where the other order ends.'))
 }
 
