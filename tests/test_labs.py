@@ -1904,7 +1904,11 @@ def test_the_recorded_run_is_that_of_the_preset_and_its_marks_are_its_verdicts()
         cfg.seed,
     ]
     assert [e['step'] for e in RUN['exams']] == list(range(0, cfg.steps + 1, 10))
-    assert len(RUN['correct']) == len(RUN['seconds']) == cfg.steps
+    assert len(RUN['correct']) == len(RUN['seconds']) == len(RUN['prompt_tokens']) == cfg.steps
+    # `45-12=` has 6 tokens, `450-123=` 8: what the lab says of steps 29 to 31
+    assert min(RUN['prompt_tokens'][28:31]) > 7.7 and max(RUN['correct'][28:31]) < 0.25
+    others = [c for c, n in zip(RUN['correct'], RUN['prompt_tokens']) if n < 7.4]
+    assert min(others) > 0.25 and len(others) > 150
     for exam in RUN['exams']:
         for p, (says, right) in zip(RUN['prompts'], exam['says'], strict=True):
             a, sign, b = re.match(r'(\d+)(.)(\d+)=', p['prompt']).groups()

@@ -164,3 +164,16 @@ def test_a_solution_hides_what_it_prints_and_a_check_says_a_sentence():
     assert shown[1].outputs[0].data['text/plain'] == 'not yet: "x" is 0'
     assert shown[2].metadata.tags == ['hide-cell']
     assert shown[2].metadata.mystnb.code_prompt_show == 'Solution'
+
+
+def test_each_verdict_has_a_look_of_its_own_on_every_page():
+    words = [w for words in build_docs.VERDICTS.values() for w in words.split('|')][:5]
+    assert words[3:] == ['not seen here', 'cannot tell']
+    chips = [build_docs.coloured(f'**{w}** (x)') for w in words]
+    assert all(chip.endswith(f'>{w}</b> (x)') for chip, w in zip(chips, words))
+    looks = {chip.split('>')[0] for chip in chips}
+    assert looks >= {
+        '<b class="verdict open" data-sign="≈"',
+        '<b class="verdict open" data-sign="?"',
+    }
+    assert len(looks) == 4  # the reverse and not reached are both against the claim

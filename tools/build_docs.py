@@ -211,10 +211,18 @@ VERDICTS = {
 }
 
 
+SIGNS = {'not seen here': '≈', 'cannot tell': '?'}  # one colour, two looks: nbs/styles.css
+
+
 def coloured(text):
-    "The verdicts of the scoreboard in their colours"
+    "The verdicts of the scoreboard in their colours, with their signs"
+
+    def chip(look, word):
+        sign = f' data-sign="{SIGNS[word]}"' if word in SIGNS else ''
+        return f'<b class="verdict {look}"{sign}>{word}</b>'
+
     for look, words in VERDICTS.items():
-        text = re.sub(rf'\*\*({words})\*\*', rf'<b class="verdict {look}">\1</b>', text)
+        text = re.sub(rf'\*\*({words})\*\*', lambda m, look=look: chip(look, m[1]), text)
     return text
 
 

@@ -13,6 +13,7 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from unittest.mock import patch
 
 from compassrl.runs.log import read_step_rows
@@ -34,13 +35,17 @@ def of_prompts(found):
 
 def recorded(cfg, folder):
     "The run in a folder: its steps, its evaluations, and the settings that the lab says"
-    asked, evaluate = [], Run.evaluate
+    asked, evaluate, drawn, on_step = [], Run.evaluate, [], Run.on_step
 
     def kept(run, when):
         asked.append(evaluate(run, when))
         return asked[-1]
 
-    with patch.object(Run, 'evaluate', kept):
+    def seen(run, step, metrics, samples, batch):
+        drawn.append(fmean(len(s.prompt_ids) for s in samples))
+        on_step(run, step, metrics, samples, batch)
+
+    with patch.object(Run, 'evaluate', kept), patch.object(Run, 'on_step', seen):
         start_run(replace(cfg, run_dir=str(folder), eval_every=min(EVERY, cfg.eval_every)))
     rows = read_step_rows(folder / 'metrics.jsonl')
     exams = [of_prompts(found) for found in asked]
@@ -55,6 +60,7 @@ def recorded(cfg, folder):
         seed=cfg.seed,
         prompts=[dict(prompt=n, answer=exams[0][n]['answer']) for n in names],
         correct=[round(r['correct_frac'], 3) for r in rows],
+        prompt_tokens=[round(n, 2) for n in drawn],
         seconds=[round(r['time_step_s'], 2) for r in rows],
         exams=[
             dict(step=step, right=round(found['avg'], 4), says=says)

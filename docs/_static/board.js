@@ -1,4 +1,4 @@
-// The scoreboard's filters, by verdict, by chapter and by the star, and the signs of open verdicts; the chapters of
+// The scoreboard's filters, by verdict, by chapter and by the star; the chapters of
 // the map of the paper. Without it all claims show.
 
 // Rows of the board, each with its chapter; a row whose other cells are empty names a chapter
@@ -22,14 +22,6 @@ const KINDS = { verdict: 'verdict', chapter: 'chapter', star: 'after the correct
 function count(rows, chosen) {
   const fits = r => !r.head && Object.keys(KINDS).every(k => !chosen[k] || r[k] === chosen[k])
   return rows.filter(fits).length
-}
-
-// Two verdicts have the same look; the signs of the others are in styles.css
-const SIGNS = { 'not seen here': '≈', 'cannot tell': '?' }
-
-function sign(el) {
-  const found = SIGNS[el.textContent.trim()]
-  if (found) el.dataset.sign = found
 }
 
 function filters(table) {
@@ -116,7 +108,6 @@ if (typeof document !== 'undefined') {
     if (choice) chapters(choice)
     const table = document.querySelector('#the-board table')
     if (table) filters(table)
-    document.querySelectorAll('.verdict').forEach(sign)
   }
   document.addEventListener('DOMContentLoaded', start)
 }

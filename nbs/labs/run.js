@@ -140,7 +140,8 @@ function render({ el }) {
   show(el, 'Run lab', h('style', {}, LOOKS), h('div', { class: 'knobs' }, start, stop, kill, over), shell, picture,
     line, h('div', { class: 'knobs' }, look.box), table,
     h('p', { class: 'quiet' }, 'Curve: right answers to held-out problems. Teal: right answers in training, a dot a step. '
-      + 'Training asks more often for sums of those lengths that are solved sometimes, so this share need not rise. '
+      + 'Training asks more often for sums of those lengths that are solved sometimes, so this share need not rise; '
+      + 'where nearly all sums of a step have three digits, as in steps 29 to 31, it is low. '
       + 'Thick marks on the axis: checkpoints. ● right, ○ wrong. Each step takes as long as it took when the run was recorded; '
       + 'the cold start and the evaluations are left out.'))
   draw() // once there is a width
