@@ -101,7 +101,7 @@ def test_each_drawing_stands_in_a_lesson_or_a_how_to():
             assert callable(getattr(MODULES[module], name))
             assert any(f'.{name}(' in source for _, source in taught), f'no lesson shows {name}'
     lessons = {n for n, _ in taught if COURSE.order[n].kind == 'lesson'}
-    assert len(lessons) == 15
+    assert len(lessons) == 16
 
 
 @pytest.mark.parametrize('name', SVGS)
