@@ -5,9 +5,9 @@
 What is not written yet, the page's solution stands in for; each function says which it is.
 """
 
+import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 import yaml
@@ -81,6 +81,8 @@ def own_file(
 
 
 if __name__ == '__main__':
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else 'my_trainer.py')
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('out', nargs='?', type=Path, default=Path('my_trainer.py'))
+    out = parser.parse_args().out
     out.write_text(own_file(Path(__file__).resolve().parents[1]))
     print(f'{out}: {out.read_text().count(": yours")} steps are yours')
