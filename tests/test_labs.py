@@ -1965,4 +1965,11 @@ def test_the_run_lab_follows_mouse_and_keyboard(browser, tmp_path):
     assert marks == [s[1].replace('1', '●').replace('0', '○') for s in RUN['exams'][-1]['says']]
     press('Start over')
     assert opened.text('.said').startswith('A policy after its cold start')
+    opened.page.evaluate("""() => {
+        const all = [...document.querySelectorAll('button')]
+        const keys = Object.fromEntries(all.map(b => [b.textContent, b]))
+        keys['Start'].click()
+        keys['Kill (power cut)'].click()
+    }""")  # at a checkpoint, here the first
+    assert 'is step 0: nothing is lost.' in opened.text('.said')
     opened.fits()

@@ -214,6 +214,24 @@ def test_a_play_is_moved_by_keyboard_and_shows_what_python_draws(browser, tmp_pa
         assert seen['texts'] > 5 and seen['faint'] == [], theme
 
 
+def test_on_a_phone_the_title_of_a_wide_picture_stands_above_it(browser, tmp_path):
+    def wide(height):
+        fig, ax = plt.subplots(figsize=(7, 1.5))
+        ax.bar(['a'], [height])
+        ax.set(title=f'height {height}', xlabel='place', ylabel='size')
+        plt.show()
+
+    html = still_play(wide, height=IntSlider(2, min=0, max=8)).data
+    page, faults = page_with(browser, tmp_path, html)
+    title = page.locator('.title')
+    title.wait_for()
+    assert title.inner_text() == 'height 2'
+    page.get_by_label('height', exact=True).press('End')
+    assert title.inner_text() == 'height 8' and faults == []
+    page.set_viewport_size(dict(width=1280, height=800))
+    assert not title.is_visible()  # the picture has it
+
+
 MOVE = """el => {
     const canvas = el.querySelector('canvas'), before = canvas.toDataURL()
     const slider = el.querySelector('input')

@@ -1233,6 +1233,15 @@ def test_how_well_the_law_of_alpha_fits_follows_from_its_runs():
         assert len(found['clip']) >= 6
 
 
+def test_a_verdict_on_an_amount_says_what_is_open():
+    open_ones = [r for r in board.read_board() for r in r['rows'] if 'reach' in r]
+    says = {
+        r['claim'].split(',')[0]: board.said(r) for r in open_ones if expected(r) == 'cannot tell'
+    }
+    assert '**cannot tell** (whether it reaches a factor of 10.0)' in says.values()
+    assert not [text for text in says.values() if 'would see' in text]
+
+
 # ---- the filters of the page
 
 

@@ -703,6 +703,9 @@ def test_every_page_searches_while_one_types(address, browser, width):
     page.keyboard.press('Control+k')
     page.keyboard.type('xyzzy')
     page.get_by_text('Nothing found').wait_for()
+    page.locator('#pst-search-dialog ul.search a').last.focus()
+    page.keyboard.press('Escape')  # also from what was found
+    page.locator('#pst-search-dialog').wait_for(state='hidden')
     page.close()
 
 

@@ -131,6 +131,11 @@ def test_next_of_what_hangs_below_a_step_leads_to_the_next_step():
         assert walk(names[0]) == [*names, *COURSE.spine[step + 1 :]], 'run `make sync`'
 
 
+def test_every_page_leads_on_as_the_course_has_it():
+    wrong = [n for n in COURSE.order if next_of(n) != COURSE.neighbours(n)[1]]
+    assert wrong == [], 'run `make sync`'
+
+
 @pytest.mark.parametrize('name', COURSE.paths)
 def test_the_line_under_a_title(name):
     "Kind, place and measured seconds, once; the title is the first that a page shows"

@@ -211,7 +211,7 @@ VERDICTS = {
 }
 
 
-SIGNS = {'not seen here': '≈', 'cannot tell': '?'}  # one colour, two looks: nbs/styles.css
+SIGNS = {'not seen here': '≈', 'cannot tell': '?'}  # `open` has two looks: nbs/styles.css
 
 
 def coloured(text):

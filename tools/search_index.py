@@ -25,9 +25,6 @@ STOP = set(
 )
 
 
-FORMS = Counter()  # whole words that were read
-
-
 def stem(word):
     "Singular and plural are one, and so are the forms of a verb; search.js has the same"
     if len(word) < 5:
@@ -37,13 +34,16 @@ def stem(word):
     return re.sub(r'e$', '', word) if len(word) > 5 else word
 
 
-def tokens(text):
-    "Stems of the words of a text, and of the parts of `names_with_lines`"
+def words_of(text):
+    "The words of a text that are searched for, and the parts of `names_with_lines`"
     found = re.findall(r'[a-z0-9_]+', text.lower().replace('-', ' '))
     parts = [p for w in found if '_' in w for p in w.split('_')]
-    found = [w for w in [*found, *parts] if w and w not in STOP]
-    FORMS.update(found)
-    return [*map(stem, found)]
+    return [w for w in [*found, *parts] if w and w not in STOP]
+
+
+def tokens(text):
+    "Their stems"
+    return [*map(stem, words_of(text))]
 
 
 def plain(text):
@@ -177,5 +177,8 @@ def search_index(course, nbs, titles, names):
             index.section(api, anchor, name).update({t: 4 for t in set(tokens(name))})
     data = dict(pages=index.pages, sections=index.sections, words=index.postings())
     data['stop'] = sorted(STOP)  # what is left out on purpose is no slip of the keyboard
-    data['whole'] = sorted(w for w in FORMS if w.isalpha() and stem(w) in data['words'])
+    cells = [c for nb in nbs.values() for c in nb['cells'] if c['cell_type'] == 'markdown']
+    read_in = [*map(source, cells), *course.data.get('asked', {}).values()]
+    whole = {w for text in read_in for w in words_of(plain(text))}  # what a slip is read as
+    data['whole'] = sorted(w for w in whole if w.isalpha() and stem(w) in data['words'])
     return f'globalThis.SITE = {json.dumps(data, separators=(",", ":"))}\n'

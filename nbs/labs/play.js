@@ -84,7 +84,7 @@ function render({ el }) {
   const note = `${frames.length} settings are computed here; JupyterLab computes any.`
   if (width) el.style.maxWidth = `calc(${Math.max(width, 640)}px + 1.6rem)` // it ends where its pictures end
   const start = () => {
-    show(el, 'Play', h('style', {}, LOOKS), h('div', { class: 'knobs' }, ...knobs), 
+    show(el, 'Play', h('style', {}, LOOKS), h('div', { class: 'knobs' }, ...knobs),
       width > 480 ? title : '', h('div', { class: width > 480 ? 'frame wide' : 'frame' }, canvas), words,
       h('p', { class: 'quiet' }, note))
     draw()
